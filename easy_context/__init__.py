@@ -12,7 +12,6 @@ if TYPE_CHECKING:
         pad_to_multiple,
         prepare_dataloader,
         prepare_seq_parallel_inputs,
-        prepare_zigzag_ring_attn_inputs,
         unshard_sequence,
     )
     from easy_context.loss import sequence_parallel_cross_entropy, sequence_parallel_linear_cross_entropy
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
         apply_zigzag_ring_attn_monkey_patch_llama,
         apply_zigzag_ring_attn_monkey_patch_mistral,
     )
+    from easy_context.zigzag_ring_attn.prepare_inputs import prepare_zigzag_ring_attn_inputs
 
 _HOME_OF = {
     "SequenceParallelMesh": "comm.mesh",
@@ -30,7 +30,7 @@ _HOME_OF = {
     "pad_to_multiple": "inputs",
     "prepare_dataloader": "inputs",
     "prepare_seq_parallel_inputs": "inputs",
-    "prepare_zigzag_ring_attn_inputs": "inputs",
+    "prepare_zigzag_ring_attn_inputs": "zigzag_ring_attn.prepare_inputs",
     "unshard_sequence": "inputs",
     "sequence_parallel_cross_entropy": "loss",
     "sequence_parallel_linear_cross_entropy": "loss",

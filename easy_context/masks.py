@@ -109,3 +109,30 @@ def block_mask(q_index: Tensor, k_index: Tensor, first_visible: Tensor | None) -
     if sees_first_key and torch.equal(q_index, k_index):
         return CAUSAL
     return BlockMask("interval", q_index=q_index, k_index=k_index, first_visible=first)
+
+
+@dataclass(frozen=True)
+class SequenceMask:
+    """What the queries of a whole sequence may see: causal, and no further back than a window or their document.
+
+    Attributes:
+        seq_len: global sequence length.
+        window: see :func:`first_visible_index`.
+        documents: (B, S) int64 on the CPU from :func:`document_starts`, in global order, or None.
+    """
+
+    seq_len: int
+    window: int | None = None
+    documents: Tensor | None = None
+
+    @property
+    def is_plain_causal(self) -> bool:
+        """Whether every query sees all tokens before it."""
+        return self.documents is None and (self.window is None or self.window >= self.seq_len)
+
+    def block(self, q_index: Tensor, k_index: Tensor) -> BlockMask:
+        """Return the mask between the queries and the keys at these global indices (int64, ascending, CPU)."""
+        documents = None if self.documents is None else self.documents[:, q_index]
+        return block_mask(
+            q_index, k_index, first_visible_index(q_index, window=self.window, documents=documents)
+        )

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+IGNORE_INDEX = -100  # a target that is not scored, as in torch and Hugging Face
+
 
 class Layout(Protocol):
     """Which global sequence indices a rank holds: pure index arithmetic."""
@@ -37,8 +39,8 @@ class Strategy:
     Attributes:
         name: the word that selects it, for example ``"zigzag_ring_attn"``.
         layout: which global positions each rank of the sequence group holds.
-        attention: ``attention(q, k, v, *, softmax_scale, window, layout, mesh, kernel) -> out`` on local tensors,
-            ``q`` (B, S, H, D), ``k`` and ``v`` (B, S, H_kv, D), differentiable.
+        attention: ``attention(q, k, v, *, softmax_scale, mask, mesh, kernel) -> out`` on local tensors, ``q``
+            (B, S, H, D), ``k`` and ``v`` (B, S, H_kv, D), differentiable; ``mask`` is a ``SequenceMask``.
         validate: ``validate(heads, mesh)`` raises ``ValueError`` for a model that it cannot serve on that mesh.
         length_multiple: ``length_multiple(num_ranks, ring_size)``, what a global sequence length must divide by.
         mesh_axes: the mesh axes over which the sequence is spread; empty when every rank holds it whole.

@@ -1,0 +1,1 @@
+"""How ranks talk: the mesh, rotation along a ring, gathering. Nothing here knows what attention is."""

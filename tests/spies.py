@@ -1,0 +1,60 @@
+"""Watch what a piece of code sends and allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass
+class Traffic:
+    """Point-to-point traffic of this rank, batch by batch."""
+
+    bytes_sent: int = 0
+    sends: list[tuple[int, tuple[int, ...], torch.dtype]] = field(default_factory=list)
+
+
+@contextmanager
+def spy_on_point_to_point() -> Iterator[Traffic]:
+    """Count what ``batch_isend_irecv`` sends."""
+    traffic, original = Traffic(), dist.batch_isend_irecv
+
+    def counting(operations: list[dist.P2POp]) -> list[dist.Work]:
+        for operation in operations:
+            if operation.op is dist.isend:
+                tensor = operation.tensor
+                traffic.bytes_sent += tensor.numel() * tensor.element_size()
+                traffic.sends.append((operation.peer, tuple(tensor.shape), tensor.dtype))
+        return original(operations)
+
+    dist.batch_isend_irecv = counting
+    try:
+        yield traffic
+    finally:
+        dist.batch_isend_irecv = original
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remember the largest tensor (in elements) that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+        self.operation = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if (
+                isinstance(leaf, torch.Tensor)
+                and leaf.untyped_storage().nbytes() // leaf.element_size() > self.numel
+            ):
+                self.numel, self.operation = leaf.untyped_storage().nbytes() // leaf.element_size(), str(func)
+        return result
