@@ -1,6 +1,7 @@
 """Train Hugging Face language models on very long sequences by sequence-parallel attention.
 
-Importing this package patches nothing, initialises no device and prints nothing; names are loaded at first use.
+Importing this package patches nothing, initialises no device and prints nothing; names are loaded at first
+use.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Cut batches into the shards that ranks hold, and put shards together again. Index maps only: no algorithm by name."""
+"""Cut batches into the shards that ranks hold, and put shards together again: index maps, no algorithms."""
 
 from __future__ import annotations
 
@@ -33,18 +33,21 @@ def prepare_seq_parallel_inputs(
         seq_algo: name of a strategy, see ``available_strategies()``.
         input_ids: (B, S_global) token ids; every rank of the group passes the same batch.
         position_ids: (B, S_global) or (1, S_global), what RoPE sees; it restarts where a new document begins.
-        target_ids: (B, S_global), ``input_ids`` shifted left by one, with -100 where nothing is to be predicted, or
-            None. Shifting has to come first: the right neighbour within a shard is not the next token.
-        rank, world_size: place in the sequence group and its size (``mesh.sp_rank``, ``mesh.sp_size``; without
-            data parallelism the process's rank and the world size). A strategy that keeps sequences whole ignores both.
+        target_ids: (B, S_global), ``input_ids`` shifted left by one, with -100 where nothing is to be
+            predicted, or None. Shifting has to come first: the right neighbour within a shard is not the next
+            token.
+        rank, world_size: place in the sequence group and its size (``mesh.sp_rank``, ``mesh.sp_size``;
+            without data parallelism the process's rank and the world size). A strategy that keeps sequences
+            whole ignores both.
         device: where the shard goes.
         ring_degree: ring size of ``usp_attn``; None is the mesh's.
-        mesh: what the sizes are compared with; None is the mesh made by ``init_sequence_parallel_mesh``, if any.
+        mesh: what the sizes are compared with; None is the mesh made by ``init_sequence_parallel_mesh``, if
+            any.
 
-    Returns: ``local_input_ids``, ``local_position_ids``, ``local_target_ids`` (None if ``target_ids`` is), each
-        (B, S_global / world_size).
-    Raises: ``ValueError`` for an unknown strategy, a length that the strategy cannot cut (names the multiple and the
-        padded length), shapes that differ, or sizes that are not the mesh's.
+    Returns: ``local_input_ids``, ``local_position_ids``, ``local_target_ids`` (None if ``target_ids`` is),
+        each (B, S_global / world_size).
+    Raises: ``ValueError`` for an unknown strategy, a length that the strategy cannot cut (names the multiple
+        and the padded length), shapes that differ, or sizes that are not the mesh's.
     """
     strategy = get_strategy(seq_algo)
     seq_len = _common_length(seq_algo, input_ids, position_ids, target_ids)
@@ -72,7 +75,8 @@ def unshard_sequence(
         dim: the sequence dimension.
         ring_degree: as in :func:`prepare_seq_parallel_inputs`.
 
-    Returns: ``gathered`` with ``dim`` in global order; for a strategy that keeps sequences whole, rank 0's copy.
+    Returns: ``gathered`` with ``dim`` in global order; for a strategy that keeps sequences whole, rank 0's
+    copy.
     """
     strategy = get_strategy(seq_algo)
     total = gathered.shape[dim]
@@ -108,8 +112,8 @@ def pad_to_multiple(
 ) -> PaddedBatch:
     """Pad a batch on the right until its length is a multiple, without changing any loss.
 
-    Padding carries the target -100 and positions that go on counting, so that it starts no document, and under a
-    causal mask no real token sees it.
+    Padding carries the target -100 and positions that go on counting, so that it starts no document, and
+    under a causal mask no real token sees it.
 
     Args:
         input_ids, position_ids, target_ids: (B, S) each.
@@ -132,9 +136,9 @@ def prepare_dataloader(
 ) -> DataLoader:
     """Make every rank of a sequence group draw the same batches, and different groups different ones.
 
-    With one sequence group this works in place (a shuffling loader is given a generator that all ranks seed alike),
-    so that the result may be ignored. With several groups, and for a strategy that keeps sequences whole, each group
-    gets its part of the data through the returned loader.
+    With one sequence group this works in place (a shuffling loader is given a generator that all ranks seed
+    alike), so that the result may be ignored. With several groups, and for a strategy that keeps sequences
+    whole, each group gets its part of the data through the returned loader.
 
     Args:
         seq_algo: name of a strategy.
@@ -142,8 +146,8 @@ def prepare_dataloader(
         accelerator: the ``accelerate.Accelerator`` of this process.
         mesh: None is the default mesh.
 
-    Raises: ``ValueError`` if the loader was already split over processes (as ``accelerator.prepare`` does), or draws
-        from a sampler whose order this function cannot align.
+    Raises: ``ValueError`` if the loader was already split over processes (as ``accelerator.prepare`` does),
+        or draws from a sampler whose order this function cannot align.
     """
     from accelerate.data_loader import (
         BatchSamplerShard,
@@ -158,8 +162,9 @@ def prepare_dataloader(
         isinstance(part, (BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard)) for part in parts
     ):
         raise ValueError(
-            f"prepare_dataloader needs a loader that is not split over processes, got {type(dataloader).__name__}; "
-            "do not give the loader to accelerator.prepare: ranks of a sequence group have to see one batch"
+            "prepare_dataloader needs a loader that is not split over processes, got "
+            f"{type(dataloader).__name__}; do not give the loader to accelerator.prepare: ranks of a "
+            "sequence group have to see one batch"
         )
     if strategy.mesh_axes:
         mesh = default_mesh() if mesh is None else mesh
@@ -197,8 +202,8 @@ def check_same_batch(input_ids: Tensor, mesh: SequenceParallelMesh | None = None
             [rank for rank, other in enumerate(digests) if other == value] for value in dict.fromkeys(digests)
         ]
         raise RuntimeError(
-            f"a sequence group needs one batch on all its ranks, got different ones on sequence ranks {same}; "
-            "draw batches with prepare_dataloader or a sampler over data-parallel ranks"
+            "a sequence group needs one batch on all its ranks, got different ones on sequence ranks "
+            f"{same}; draw batches with prepare_dataloader or a sampler over data-parallel ranks"
         )
 
 
@@ -223,12 +228,13 @@ def _common_length(who: str, input_ids: Tensor, position_ids: Tensor, target_ids
         )
     if tuple(position_ids.shape) not in ((batch_size, seq_len), (1, seq_len)):
         raise ValueError(
-            f"{who} needs position_ids shaped like input_ids {tuple(input_ids.shape)}, got {tuple(position_ids.shape)}"
+            f"{who} needs position_ids shaped like input_ids {tuple(input_ids.shape)}, got "
+            f"{tuple(position_ids.shape)}"
         )
     if target_ids is not None and target_ids.shape != input_ids.shape:
         raise ValueError(
-            f"{who} needs target_ids shaped like input_ids {tuple(input_ids.shape)}, got {tuple(target_ids.shape)}; "
-            "shift them left by one and fill the end with -100"
+            f"{who} needs target_ids shaped like input_ids {tuple(input_ids.shape)}, got "
+            f"{tuple(target_ids.shape)}; shift them left by one and fill the end with -100"
         )
     return seq_len
 
@@ -248,8 +254,8 @@ def _held_positions(
             raise ValueError(f"prepare_seq_parallel_inputs needs a rank in 0..{world_size - 1}, got {rank}")
         if mesh is not None and world_size != mesh.sp_size:
             raise ValueError(
-                f"prepare_seq_parallel_inputs needs the size of the sequence group, {mesh.sp_size}, got {world_size}; "
-                "pass mesh.sp_rank and mesh.sp_size"
+                f"prepare_seq_parallel_inputs needs the size of the sequence group, {mesh.sp_size}, got "
+                f"{world_size}; pass mesh.sp_rank and mesh.sp_size"
             )
     degree = _ring_size(strategy, ring_degree, world_size, mesh)
     return strategy.layout(seq_len, num_ranks=world_size, rank=rank, ring_size=degree)

@@ -18,8 +18,8 @@ def zigzag_positions(seq_len: int, *, num_ranks: int, rank: int, ring_size: int 
     """Global positions held by ``rank`` when the sequence is folded like a zigzag.
 
     The sequence is cut into ``2 * num_ranks`` equal chunks and rank ``r`` takes chunks ``r`` and
-    ``2 * num_ranks - 1 - r``. An early chunk attends to few keys and its mirror image to many, so that under a
-    causal mask every rank does the same amount of work.
+    ``2 * num_ranks - 1 - r``. An early chunk attends to few keys and its mirror image to many, so that under
+    a causal mask every rank does the same amount of work.
 
     Returns: ``(seq_len / num_ranks,)`` int64, ascending.
     Raises: ``ValueError`` if ``seq_len`` is not a positive multiple of ``2 * num_ranks``.
@@ -35,14 +35,15 @@ def inverse_order(positions: Tensor) -> Tensor:
     """Index that puts tokens listed by ``positions`` back into global order: ``positions[inverse]`` ascends.
 
     Args:
-        positions: ``(S_global,)`` int64, a permutation, for example the positions of all ranks one after another.
+        positions: ``(S_global,)`` int64, a permutation, for example the positions of all ranks one after
+            another.
     Returns: ``(S_global,)`` int64.
     """
     return torch.argsort(positions)
 
 
 def require_multiple(seq_len: int, multiple: int, who: str, divisor: str) -> None:
-    """Raise ``ValueError`` naming the padded length unless ``seq_len`` is a positive multiple of ``multiple``."""
+    """Raise ``ValueError`` naming the padded length unless ``seq_len`` is a positive multiple."""
     if seq_len < multiple or seq_len % multiple:
         padded = max(1, -(-seq_len // multiple)) * multiple
         raise ValueError(

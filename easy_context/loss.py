@@ -1,8 +1,9 @@
 """Token-weighted loss over sharded sequences, with or without ever forming logits.
 
-The loss of a batch is the sum of its token losses over the number of its valid targets, over all ranks. Engines
-(DDP, ZeRO, FSDP) average gradients over ranks, so each rank returns ``world_size * local_sum / global_count``: the
-mean over ranks of that is the loss, and the mean of its gradients is exact. This file is where that factor lives.
+The loss of a batch is the sum of its token losses over the number of its valid targets, over all ranks.
+Engines (DDP, ZeRO, FSDP) average gradients over ranks, so each rank returns ``world_size * local_sum /
+global_count``: the mean over ranks of that is the loss, and the mean of its gradients is exact. This file is
+where that factor lives.
 
 Letters: B batch, S local sequence, V vocabulary, E hidden size.
 """
@@ -23,7 +24,8 @@ from torch import Tensor, nn
 from easy_context.comm.mesh import SequenceParallelMesh, default_mesh
 from easy_context.registry import IGNORE_INDEX
 
-# Logits at a time: enough bytes in float32 for full speed, small beside activations, and never the whole shard.
+# Logits at a time: enough bytes in float32 for full speed, small beside activations, and never the whole
+# shard.
 _CHUNK_BYTES = 256 * 2**20
 _MIN_CHUNKS = 8
 
@@ -40,12 +42,12 @@ def sequence_parallel_cross_entropy(
     Args:
         logits: (B, S, V), the model's output on this rank's shard.
         local_target_ids: (B, S) int64, shifted before sharding; -100 is ignored.
-        num_target_tokens: number of valid targets in the batches of ALL ranks and all micro-batches of the update;
-            None counts this batch over all ranks (one small all-reduce).
+        num_target_tokens: number of valid targets in the batches of ALL ranks and all micro-batches of the
+            update; None counts this batch over all ranks (one small all-reduce).
         mesh: None is the default mesh.
 
-    Returns: a float32 scalar whose mean over the ranks is the loss, and whose gradients averaged over the ranks are
-        exact. Without any valid target it is 0 with zero gradients.
+    Returns: a float32 scalar whose mean over the ranks is the loss, and whose gradients averaged over the
+        ranks are exact. Without any valid target it is 0 with zero gradients.
     """
     total = F.cross_entropy(
         logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)),
@@ -66,8 +68,9 @@ def sequence_parallel_linear_cross_entropy(
 ) -> Tensor:
     """Like :func:`sequence_parallel_cross_entropy` of ``lm_head(hidden)``, without ever holding all logits.
 
-    Logits exist for a few tokens at a time, and their gradients are taken at once, in the forward pass. The work
-    happens inside a call of ``lm_head``, so that an engine that shards its weight gathers it as for any forward.
+    Logits exist for a few tokens at a time, and their gradients are taken at once, in the forward pass. The
+    work happens inside a call of ``lm_head``, so that an engine that shards its weight gathers it as for any
+    forward.
 
     Args:
         hidden: (B, S, E), last hidden states of this rank's shard.
@@ -80,8 +83,8 @@ def sequence_parallel_linear_cross_entropy(
     """
     if getattr(lm_head, "weight", None) is None:
         raise ValueError(
-            f"sequence_parallel_linear_cross_entropy needs a linear lm_head with a weight, got {type(lm_head).__name__}; "
-            "use sequence_parallel_cross_entropy on the model's logits"
+            "sequence_parallel_linear_cross_entropy needs a linear lm_head with a weight, got "
+            f"{type(lm_head).__name__}; use sequence_parallel_cross_entropy on the model's logits"
         )
     if hidden.shape[:-1] != local_target_ids.shape:
         raise ValueError(
@@ -96,8 +99,8 @@ def sequence_parallel_linear_cross_entropy(
 def count_targets(local_target_ids: Tensor, mesh: SequenceParallelMesh | None = None) -> Tensor:
     """Return how many valid targets the batches of all ranks hold: a float32-exact int64 scalar tensor.
 
-    Targets of one sequence group are disjoint shards and those of different groups different sequences, so that the
-    sum over the world counts each target once.
+    Targets of one sequence group are disjoint shards and those of different groups different sequences, so
+    that the sum over the world counts each target once.
     """
     count = (local_target_ids != IGNORE_INDEX).sum()
     mesh = default_mesh() if mesh is None else mesh
@@ -130,7 +133,7 @@ def _forward_replaced(module: nn.Module, forward: Any) -> Iterator[None]:
 
 
 def _summed_linear_cross_entropy(lm_head: nn.Linear, hidden: Tensor, target_ids: Tensor) -> Tensor:
-    """Sum of token losses for ``hidden`` (N, E) and ``target_ids`` (N,); runs as the forward of ``lm_head``."""
+    """Sum of token losses of ``hidden`` (N, E) and ``target_ids`` (N,); runs as ``lm_head``'s forward."""
     liger = _liger_loss() if hidden.is_cuda else None
     if liger is not None:
         return liger(lm_head.weight, hidden, target_ids, lm_head.bias)

@@ -1,8 +1,8 @@
 """What a query may see, in terms of the global sequence index.
 
 Causality, sliding windows and packed documents are one thing here: query ``i`` sees the keys of one interval,
-``first_visible[i] <= k <= i``. This file knows sequence indices; it never looks at ``position_ids`` except to find
-where documents start, never holds a tensor of S x S elements, and knows nothing of ranks or kernels.
+``first_visible[i] <= k <= i``. This file knows sequence indices; it never looks at ``position_ids`` except to
+find where documents start, never holds a tensor of S x S elements, and knows nothing of ranks or kernels.
 
 Letters: B batch, Sq queries, Sk keys, S whole sequence.
 """
@@ -27,8 +27,8 @@ class BlockMask:
             tokens (query ``i`` of the block sees keys ``0..i`` of the block), ``"interval"`` see below.
         q_index: (Sq,) int64, global sequence index of each query; only for ``"interval"``.
         k_index: (Sk,) int64, global sequence index of each key; only for ``"interval"``.
-        first_visible: (1 or B, Sq) int64, the first global index that a query sees; the last is its own. Only for
-            ``"interval"``.
+        first_visible: (1 or B, Sq) int64, the first global index that a query sees; the last is its own. Only
+            for ``"interval"``.
     """
 
     kind: MaskKind
@@ -37,7 +37,8 @@ class BlockMask:
     first_visible: Tensor | None = None
 
     def visible(self, start: int, stop: int, *, num_keys: int, device: torch.device) -> Tensor:
-        """Return which keys the queries ``start`` to ``stop`` of the block see: (1 or B, stop - start, Sk) bool.
+        """Return which keys the queries ``start`` to ``stop`` of the block see: (1 or B, stop - start, Sk)
+        bool.
 
         Call it for a few queries at a time: its size is queries times keys.
         """
@@ -113,7 +114,8 @@ def block_mask(q_index: Tensor, k_index: Tensor, first_visible: Tensor | None) -
 
 @dataclass(frozen=True)
 class SequenceMask:
-    """What the queries of a whole sequence may see: causal, and no further back than a window or their document.
+    """What the queries of a whole sequence may see: causal, and no further back than a window or their
+    document.
 
     Attributes:
         seq_len: global sequence length.
@@ -131,7 +133,7 @@ class SequenceMask:
         return self.documents is None and (self.window is None or self.window >= self.seq_len)
 
     def block(self, q_index: Tensor, k_index: Tensor) -> BlockMask:
-        """Return the mask between the queries and the keys at these global indices (int64, ascending, CPU)."""
+        """Return the mask between queries and keys at these global indices (int64, ascending, CPU)."""
         documents = None if self.documents is None else self.documents[:, q_index]
         return block_mask(
             q_index, k_index, first_visible_index(q_index, window=self.window, documents=documents)

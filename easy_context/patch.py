@@ -1,11 +1,11 @@
 """Put a strategy under Hugging Face models: the only file that knows how their attention is called.
 
-A model of today asks two module-level objects of its modeling file: ``create_causal_mask`` once per forward pass,
-and ``ALL_ATTENTION_FUNCTIONS`` in every layer. A patch replaces both (and wraps the models' ``forward``, to see the
-arguments). The mask that a patched forward pass creates is not a tensor but a note of what the pass agreed upon, a
-:class:`_LayerMask`; a layer that is handed such a note computes by the strategy, any other layer as ever. So nothing
-is looked up per layer, activation checkpointing replays layers without further help, and unpatched models of the
-same family are left alone.
+A model of today asks two module-level objects of its modeling file: ``create_causal_mask`` once per forward
+pass, and ``ALL_ATTENTION_FUNCTIONS`` in every layer. A patch replaces both (and wraps the models'
+``forward``, to see the arguments). The mask that a patched forward pass creates is not a tensor but a note of
+what the pass agreed upon, a :class:`_LayerMask`; a layer that is handed such a note computes by the strategy,
+any other layer as ever. So nothing is looked up per layer, activation checkpointing replays layers without
+further help, and unpatched models of the same family are left alone.
 
 All state of a patch lives in the objects it puts into the modeling file, and leaves with them.
 """
@@ -32,19 +32,20 @@ from transformers import PreTrainedModel
 
 from easy_context.comm.gather import all_gather_tensors
 from easy_context.comm.mesh import SequenceParallelMesh, default_mesh
-from easy_context.kernels import available_kernels, require_kernel, select_kernel
+from easy_context.kernels import require_kernel, select_kernel
 from easy_context.kernels.base import Kernel
 from easy_context.layouts import inverse_order
 from easy_context.masks import SequenceMask, document_starts
 from easy_context.registry import HeadShape, Strategy
-from easy_context.strategies import available_strategies, get_strategy
+from easy_context.strategies import get_strategy
 
 logger = logging.getLogger("easy_context")
 
 _FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"
 _CAUSAL_MASK, _WINDOW_MASK = "create_causal_mask", "create_sliding_window_causal_mask"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# What models tell their attention function beyond tensors, mask and scale, and what does not change the result.
+# What models tell their attention function beyond tensors, mask and scale, and what does not change the
+# result.
 _HARMLESS_KEYWORDS = {
     "position_ids",
     "cache_position",
@@ -74,17 +75,18 @@ def apply_seq_parallel_monkey_patch(
 
     Args:
         seq_algo: name of a strategy, see ``available_strategies()``.
-        model: a family such as ``"llama"`` or ``"mistral"`` (any whose models use transformers' attention interface;
-            the name of its folder in ``transformers.models``), which patches all its models, built before or after;
-            or one model, which patches that instance alone.
+        model: a family such as ``"llama"`` or ``"mistral"`` (any whose models use transformers' attention
+            interface; the name of its folder in ``transformers.models``), which patches all its models, built
+            before or after; or one model, which patches that instance alone.
         mesh: the ranks that share a sequence; None is the default mesh, taken at the first forward pass.
         kernel: ``"auto"`` or the name of a kernel, see ``easy_context.kernels.available_kernels()``.
 
-    Returns: a handle with ``undo()`` and ``kernel_name``, also usable in a ``with`` statement. Applying the same
-    patch again returns the handle that is in force. A patch on top of another replaces it until undone.
+    Returns: a handle with ``undo()`` and ``kernel_name``, also usable in a ``with`` statement. Applying the
+    same patch again returns the handle that is in force. A patch on top of another replaces it until undone.
 
-    Raises: ``ValueError`` for an unknown strategy, kernel or family, ``ImportError`` for a kernel whose package is
-    missing or broken, ``NotImplementedError`` for a family or model whose attention cannot be served.
+    Raises: ``ValueError`` for an unknown strategy, kernel or family, ``ImportError`` for a kernel whose
+    package is missing or broken, ``NotImplementedError`` for a family or model whose attention cannot be
+    served.
     """
     strategy = get_strategy(seq_algo)
     require_kernel(kernel)
@@ -104,7 +106,7 @@ def apply_seq_parallel_monkey_patch(
 
 
 class SeqParallelPatch:
-    """A patch in force: which strategy serves which models. Leave it with ``undo()`` or the end of a ``with``."""
+    """A patch in force: which strategy serves which models. ``undo()`` or the end of a ``with`` ends it."""
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class SeqParallelPatch:
         self._target = None if target is None else weakref.ref(target)
         self._mesh = mesh
         self._requested_kernel = kernel
-        self._kernels: dict[tuple[torch.device, torch.dtype, int], Kernel] = {}
+        self._kernels_used: set[str] = set()
         self._checked_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __enter__(self) -> SeqParallelPatch:
@@ -134,8 +136,7 @@ class SeqParallelPatch:
     @property
     def kernel_name(self) -> str:
         """Name of the kernel in use; with ``kernel="auto"`` it is ``"auto"`` until the first forward pass."""
-        names = sorted({kernel.name for kernel in self._kernels.values()})
-        return ", ".join(names) if names else self._requested_kernel
+        return ", ".join(sorted(self._kernels_used)) or self._requested_kernel
 
     @property
     def mesh(self) -> SequenceParallelMesh:
@@ -148,18 +149,15 @@ class SeqParallelPatch:
         return self.mesh.sp_size if self.strategy.mesh_axes else 1
 
     def undo(self) -> None:
-        """Take the patch away. Undoing twice is undoing once; the order among several patches does not matter."""
+        """Take the patch away. Twice is the same as once; the order among several patches does not matter."""
         for dispatcher in self._dispatchers:
             dispatcher.remove(self)
 
     def kernel_for(self, q: Tensor) -> Kernel:
-        """Return the kernel that serves tensors like ``q`` (B, S, H, D); chosen once and logged."""
-        key = (q.device, q.dtype, q.shape[-1])
-        if key not in self._kernels:
-            self._kernels[key] = select_kernel(
-                self._requested_kernel, device=q.device, dtype=q.dtype, head_dim=q.shape[-1]
-            )
-        return self._kernels[key]
+        """Return the kernel that serves tensors like ``q`` (B, S, H, D)."""
+        kernel = select_kernel(self._requested_kernel, device=q.device, dtype=q.dtype, head_dim=q.shape[-1])
+        self._kernels_used.add(kernel.name)
+        return kernel
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse, once per model, what a model's configuration makes impossible; on every rank alike."""
@@ -195,7 +193,7 @@ class SeqParallelPatch:
 
 
 class _Dispatcher:
-    """What stands in one modeling file while any patch needs it, and decides which patch serves which model."""
+    """Stands in one modeling file while any patch needs it, and decides which patch serves which model."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -204,7 +202,7 @@ class _Dispatcher:
             weakref.WeakKeyDictionary()
         )
         self._originals: dict[str, Any] = {}
-        self._wrapped: list[tuple[type, Callable[..., Any], Callable[..., Any] | None]] = []
+        self._wrapped: list[tuple[type, str, Callable[..., Any], Callable[..., Any] | None]] = []
         self._running = threading.local()
 
     @staticmethod
@@ -259,23 +257,28 @@ class _Dispatcher:
                 and cls.__module__ == self._module.__name__
             ):
                 self._wrap_forward(cls)
+                if hasattr(cls, "generate"):
+                    self._wrap_generate(cls)
 
     def _restore(self) -> None:
         for name, value in self._originals.items():
             setattr(self._module, name, value)
         self._originals = {}
-        for cls, wrapper, original in self._wrapped:
-            if cls.__dict__.get("forward") is not wrapper:
+        for cls, name, wrapper, original in self._wrapped:
+            if cls.__dict__.get(name) is not wrapper:
                 continue  # somebody patched the class after us: theirs stays
             if original is None:
-                del cls.forward  # it was inherited
+                delattr(cls, name)  # it was inherited
             else:
-                cls.forward = original
+                setattr(cls, name, original)
         self._wrapped = []
+
+    def _wrap(self, cls: type, name: str, wrapper: Callable[..., Any]) -> None:
+        self._wrapped.append((cls, name, wrapper, cls.__dict__.get(name)))
+        setattr(cls, name, wrapper)
 
     def _wrap_forward(self, cls: Any) -> None:
         original = cls.forward
-        inherited = "forward" not in cls.__dict__
         signature = inspect.signature(original)
 
         @functools.wraps(original)
@@ -287,8 +290,22 @@ class _Dispatcher:
             with self._running_pass(_begin_forward_pass(patch, call)):
                 return original(model, *call.args, **call.kwargs)
 
-        cls.forward = forward
-        self._wrapped.append((cls, forward, None if inherited else original))
+        self._wrap(cls, "forward", forward)
+
+    def _wrap_generate(self, cls: Any) -> None:
+        original = cls.generate
+
+        @functools.wraps(original)
+        def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+            patch = self.patch_of(model)
+            if patch is not None and patch.sp_size > 1:
+                raise ValueError(
+                    f"{patch.strategy.name} needs whole forward passes over sharded sequences, got "
+                    "generate(); generate() needs an unpatched model, so call undo() on the patch first"
+                )
+            return original(model, *args, **kwargs)
+
+        self._wrap(cls, "generate", generate)
 
     @contextmanager
     def _running_pass(self, forward_pass: _ForwardPass | None) -> Iterator[None]:
@@ -327,14 +344,14 @@ class _Dispatcher:
         patch = self.patch_of(layer)
         if patch is not None and patch.sp_size > 1:
             raise RuntimeError(
-                f"{patch.strategy.name} needs attention to run within the forward pass of a whole base model, "
-                f"got a call of {type(layer).__name__} alone; call the model, or undo the patch"
+                f"{patch.strategy.name} needs attention to run within the forward pass of a whole base "
+                f"model, got a call of {type(layer).__name__} alone; call the model, or undo the patch"
             )
         return stock(layer, q, k, v, mask, **kwargs)
 
 
 class _AttentionFunctions(Mapping[str, Callable[..., Any]]):
-    """Stands in for a modeling file's ``ALL_ATTENTION_FUNCTIONS``, whatever ``attn_implementation`` is asked for."""
+    """Stands in for a modeling file's ``ALL_ATTENTION_FUNCTIONS``, for any ``attn_implementation``."""
 
     def __init__(self, dispatcher: _Dispatcher, stock: Any) -> None:
         self.dispatcher = dispatcher
@@ -405,8 +422,8 @@ def _refuse_arguments(who: str, call: _Call, cache: str | None) -> None:
     name = type(call.model).__name__
     if call.get("labels") is not None:
         raise ValueError(
-            f"{who} needs a model called without labels=, got labels; {name} would shift them inside the shard. "
-            "Shard shifted targets with prepare_seq_parallel_inputs and take the loss from "
+            f"{who} needs a model called without labels=, got labels; {name} would shift them inside the "
+            "shard. Shard shifted targets with prepare_seq_parallel_inputs and take the loss from "
             "sequence_parallel_cross_entropy or sequence_parallel_linear_cross_entropy"
         )
     if call.get("use_cache") or cache is not None:
@@ -421,8 +438,8 @@ def _refuse_arguments(who: str, call: _Call, cache: str | None) -> None:
         )
     if "position_ids" in call.takes and call.get("position_ids") is None:
         raise ValueError(
-            f"{who} needs position_ids on {name}'s forward, got None; without them every shard would count from 0. "
-            "Pass local_position_ids from prepare_seq_parallel_inputs"
+            f"{who} needs position_ids on {name}'s forward, got None; without them every shard would count "
+            "from 0. Pass local_position_ids from prepare_seq_parallel_inputs"
         )
 
 
@@ -514,8 +531,8 @@ def _refuse_attention(
         )
     if query.shape[2] != key.shape[2]:
         raise NotImplementedError(
-            f"{who} needs self-attention over one sequence, got {query.shape[2]} queries and {key.shape[2]} keys "
-            f"in {type(layer).__name__}; cross attention and caches cannot be computed"
+            f"{who} needs self-attention over one sequence, got {query.shape[2]} queries and {key.shape[2]} "
+            f"keys in {type(layer).__name__}; cross attention and caches cannot be computed"
         )
     known = _HARMLESS_KEYWORDS | {"dropout", "is_causal", "sliding_window"}
     unknown = sorted(name for name, value in keywords.items() if name not in known and value is not None)
@@ -551,8 +568,9 @@ def _agree_on_sequence(
         raise ValueError(f"{who} needs {reason}")
     if any(row[:2] != headers[0][:2] for row in headers):
         raise ValueError(
-            f"{who} needs equal shards on all ranks, got (batch, length) {[tuple(row[:2]) for row in headers]}; "
-            "shard one batch with prepare_seq_parallel_inputs and pad it to a multiple"
+            f"{who} needs equal shards on all ranks, got (batch, length) "
+            f"{[tuple(row[:2]) for row in headers]}; shard one batch with prepare_seq_parallel_inputs and "
+            "pad it to a multiple"
         )
     seq_len = local_len * num_ranks
     held = [
@@ -591,8 +609,8 @@ def _problem_of_mask(attention_mask: Any) -> str | None:
     if not bool(attention_mask.all()):
         zeros = attention_mask.numel() - int(attention_mask.count_nonzero())
         return (
-            f"an attention_mask of ones only, got {zeros} zeros; pad on the right and set the targets there to -100 "
-            "(see pad_to_multiple), or restart position_ids where a new document begins"
+            f"an attention_mask of ones only, got {zeros} zeros; pad on the right and set the targets there "
+            "to -100 (see pad_to_multiple), or restart position_ids where a new document begins"
         )
     return None
 
@@ -617,7 +635,7 @@ def _refuse_misplaced_shards(who: str, ordered: Tensor) -> None:
 
 def _modeling_module(family: str) -> ModuleType:
     name = f"transformers.models.{family}.modeling_{family}"
-    if not family.isidentifier() or find_spec("transformers.models") is None or not _module_exists(name):
+    if not family.isidentifier() or not _module_exists(name):
         raise ValueError(
             f"apply_seq_parallel_monkey_patch needs a model family of transformers, got {family!r}; "
             'pass the name of its folder in transformers.models, for example "llama", "mistral" or "qwen3"'
@@ -625,8 +643,8 @@ def _modeling_module(family: str) -> ModuleType:
     module = import_module(name)
     if not _uses_the_interface(module):
         raise NotImplementedError(
-            f"apply_seq_parallel_monkey_patch needs a family with transformers' causal attention interface, got "
-            f"{family!r}; its modeling file does not use {_FUNCTIONS} and {_CAUSAL_MASK}"
+            "apply_seq_parallel_monkey_patch needs a family with transformers' causal attention interface, "
+            f"got {family!r}; its modeling file does not use {_FUNCTIONS} and {_CAUSAL_MASK}"
         )
     return module
 
@@ -650,8 +668,8 @@ def _modeling_modules_of(model: nn.Module) -> list[ModuleType]:
     modules = [module for module in modules if _uses_the_interface(module)]
     if not modules:
         raise NotImplementedError(
-            f"apply_seq_parallel_monkey_patch needs a model with transformers' causal attention interface, got "
-            f"{type(model).__name__}; none of its modeling files uses {_FUNCTIONS} and {_CAUSAL_MASK}"
+            "apply_seq_parallel_monkey_patch needs a model with transformers' causal attention interface, "
+            f"got {type(model).__name__}; none of its modeling files uses {_FUNCTIONS} and {_CAUSAL_MASK}"
         )
     return modules
 
@@ -665,8 +683,9 @@ def _refuse_mixing_layers(model: nn.Module) -> None:
             types = set(getattr(config, attribute, None) or ())
             if types - _LAYER_TYPES:
                 raise NotImplementedError(
-                    f"sequence parallelism needs layers of {sorted(_LAYER_TYPES)}, got {sorted(types - _LAYER_TYPES)} "
-                    f"in {name}; such layers mix tokens in ways that a shard cannot see"
+                    f"sequence parallelism needs layers of {sorted(_LAYER_TYPES)}, got "
+                    f"{sorted(types - _LAYER_TYPES)} in {name}; such layers mix tokens in ways that a shard "
+                    "cannot see"
                 )
         if isinstance(part, nn.Conv1d):
             raise NotImplementedError(
@@ -682,5 +701,6 @@ def _refuse_length_dependent_rope(model: nn.Module) -> None:
         if entry.get("rope_type") in ("dynamic", "longrope"):
             raise NotImplementedError(
                 f"sequence parallelism needs a RoPE that does not depend on the length, got rope_type "
-                f"{entry['rope_type']!r}; each shard would choose frequencies for its own length. Use linear, yarn or llama3"
+                f"{entry['rope_type']!r}; each shard would choose frequencies for its own length. Use "
+                "linear, yarn or llama3"
             )

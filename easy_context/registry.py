@@ -1,7 +1,7 @@
 """The words for a sequence-parallel strategy and the table they are kept in.
 
-This file knows what a strategy is; it does not know which ones exist (that is ``strategies.py``), nor how ranks
-communicate.
+This file knows what a strategy is; it does not know which ones exist (that is ``strategies.py``), nor how
+ranks communicate.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ class Strategy:
         layout: which global positions each rank of the sequence group holds.
         attention: ``attention(q, k, v, *, softmax_scale, mask, mesh, kernel) -> out`` on local tensors, ``q``
             (B, S, H, D), ``k`` and ``v`` (B, S, H_kv, D), differentiable; ``mask`` is a ``SequenceMask``.
-        validate: ``validate(heads, mesh)`` raises ``ValueError`` for a model that it cannot serve on that mesh.
-        length_multiple: ``length_multiple(num_ranks, ring_size)``, what a global sequence length must divide by.
+        validate: ``validate(heads, mesh)`` raises ``ValueError`` for a model that it cannot serve on that
+            mesh.
+        length_multiple: ``length_multiple(num_ranks, ring_size)``, what a global sequence length must divide
+            by.
         mesh_axes: the mesh axes over which the sequence is spread; empty when every rank holds it whole.
         summary: one line for tables and help texts.
     """
@@ -82,7 +84,8 @@ def get_strategy(name: str) -> Strategy:
     """
     if name not in _REGISTERED:
         raise ValueError(
-            f"seq_algo needs the name of a strategy, got {name!r}; choose one of: {', '.join(available_strategies())}"
+            f"seq_algo needs the name of a strategy, got {name!r}; choose one of: "
+            f"{', '.join(available_strategies())}"
         )
     return _REGISTERED[name]
 

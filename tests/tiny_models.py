@@ -1,4 +1,4 @@
-"""Small random models from configurations, and the ordinary training step that sharded ones are compared with."""
+"""Small random models from configurations, and the ordinary step that sharded ones are compared with."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def relative_error(value: Tensor, reference: Tensor, *, floor: float = 1e-12) -> float:
-    """Norm of the difference over the norm of the reference, which counts as ``floor`` at least; NaN is infinite."""
+    """Norm of the difference over that of the reference (``floor`` at least); NaN counts as infinite."""
     error = (value.double() - reference.double()).norm() / reference.double().norm().clamp_min(floor)
     return float("inf") if bool(error.isnan()) else float(error)
 
 
 def gradient_errors(grads: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
-    """Relative error of each gradient. One that is 0 in truth is measured against a hundredth of all of them."""
+    """Relative error of each gradient; one that is 0 in truth is held against a hundredth of all of them."""
     assert sorted(grads) == sorted(reference)
     floor = 1e-2 * float(torch.stack([grad.double().norm() for grad in reference.values()]).norm())
     return {name: relative_error(grads[name], reference[name], floor=floor) for name in grads}

@@ -1,7 +1,7 @@
 """Which ranks share a sequence, and the process groups in which they talk.
 
-Three mesh axes: ``dp`` (different sequences), ``ring`` and ``ulysses`` (the same sequence, cut two ways); ``sp`` is
-ring and ulysses together. This file holds the package's only module-level state, the default mesh.
+Three mesh axes: ``dp`` (different sequences), ``ring`` and ``ulysses`` (the same sequence, cut two ways);
+``sp`` is ring and ulysses together. This file holds the package's only module-level state, the default mesh.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 class SequenceParallelMesh:
     """The place of this process among data-parallel and sequence-parallel ranks.
 
-    A sequence group holds one batch, spread over ``sp_size`` ranks; there are ``dp_size`` such groups. Within a
-    group, ``sp_rank = ring_rank * ulysses_size + ulysses_rank``. Groups are None in a world without
+    A sequence group holds one batch, spread over ``sp_size`` ranks; there are ``dp_size`` such groups. Within
+    a group, ``sp_rank = ring_rank * ulysses_size + ulysses_rank``. Groups are None in a world without
     ``torch.distributed``.
     """
 
@@ -70,10 +70,10 @@ def init_sequence_parallel_mesh(
 
     Args:
         sp_size: ranks that share one sequence; None is the whole world. Consecutive ranks form a group.
-        ring_degree: how many of them form the ring axis of ``usp_attn``; the rest, ``sp_size / ring_degree``, is the
-            Ulysses axis. None puts all of them on the ring axis.
-        device_mesh: a torch ``DeviceMesh`` of the whole world with axes ``"dp"`` and ``"sp"``, for groups of ranks
-            that are not consecutive. Then ``sp_size`` follows from it.
+        ring_degree: how many of them form the ring axis of ``usp_attn``; the rest, ``sp_size / ring_degree``,
+            is the Ulysses axis. None puts all of them on the ring axis.
+        device_mesh: a torch ``DeviceMesh`` of the whole world with axes ``"dp"`` and ``"sp"``, for groups of
+            ranks that are not consecutive. Then ``sp_size`` follows from it.
 
     Raises: ``ValueError`` if the sizes do not divide each other or the mesh lacks an axis.
     """
@@ -83,7 +83,8 @@ def init_sequence_parallel_mesh(
 
 
 def default_mesh() -> SequenceParallelMesh:
-    """Return the mesh that ``mesh=None`` means: the one made last, else the whole world as one sequence group.
+    """Return the mesh that ``mesh=None`` means: the one made last, else the whole world as one sequence
+    group.
 
     Raises: ``RuntimeError`` if the mesh belongs to a process group that has been destroyed.
     """
@@ -92,8 +93,8 @@ def default_mesh() -> SequenceParallelMesh:
         _default.mesh = _build_mesh(None, None, None)
     if _default.mesh.world_group is not world:
         raise RuntimeError(
-            "the default mesh needs the process group that it was made with, which has been destroyed or replaced; "
-            "call init_sequence_parallel_mesh again"
+            "the default mesh needs the process group that it was made with, which has been destroyed or "
+            "replaced; call init_sequence_parallel_mesh again"
         )
     return _default.mesh
 
@@ -115,16 +116,16 @@ def _build_mesh(
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if not dist.is_initialized() and launched > 1:
         raise RuntimeError(
-            f"a sequence-parallel mesh needs the process group of the {launched} launched processes, got none; "
-            "call torch.distributed.init_process_group or make the Accelerator first"
+            f"a sequence-parallel mesh needs the process group of the {launched} launched processes, got "
+            "none; call torch.distributed.init_process_group or make the Accelerator first"
         )
     grid = _rank_grid(world_size, sp_size, device_mesh)
-    dp_size, sp_size = grid.shape
-    ring_size = sp_size if ring_degree is None else ring_degree
-    if ring_size < 1 or sp_size % ring_size:
+    num_sharing = grid.shape[1]
+    ring_size = num_sharing if ring_degree is None else ring_degree
+    if ring_size < 1 or num_sharing % ring_size:
         raise ValueError(
-            f"init_sequence_parallel_mesh needs a ring_degree that divides sp_size = {sp_size}, got {ring_degree}; "
-            f"choose one of {[d for d in range(1, sp_size + 1) if sp_size % d == 0]}"
+            f"init_sequence_parallel_mesh needs a ring_degree that divides sp_size = {num_sharing}, "
+            f"got {ring_degree}; choose one of {_divisors(num_sharing)}"
         )
     if not dist.is_initialized():
         return SequenceParallelMesh(0, 1, 0, 1, 0, 1)
@@ -132,26 +133,31 @@ def _build_mesh(
 
 
 def _rank_grid(world_size: int, sp_size: int | None, device_mesh: DeviceMesh | None) -> torch.Tensor:
-    """Global ranks as a (dp, sp) table, each row ascending, because process groups number their ranks that way."""
+    """Global ranks as a (dp, sp) table; rows ascend, because process groups number their ranks that way."""
     if device_mesh is None:
         size = world_size if sp_size is None else sp_size
         if size < 1 or world_size % size:
             raise ValueError(
-                f"init_sequence_parallel_mesh needs an sp_size that divides the world size {world_size}, got {size}; "
-                f"choose one of {[d for d in range(1, world_size + 1) if world_size % d == 0]}"
+                f"init_sequence_parallel_mesh needs an sp_size that divides the world size {world_size}, "
+                f"got {size}; choose one of {_divisors(world_size)}"
             )
         return torch.arange(world_size).view(-1, size)
     if device_mesh.mesh_dim_names != ("dp", "sp") or device_mesh.size() != world_size:
         raise ValueError(
-            f'init_sequence_parallel_mesh needs a device_mesh of all {world_size} ranks with the axes ("dp", "sp"), '
+            f"init_sequence_parallel_mesh needs a device_mesh of all {world_size} ranks with the axes "
+            f'("dp", "sp"), '
             f"got {device_mesh.size()} ranks with {device_mesh.mesh_dim_names}; build it with mesh_dim_names"
         )
     if sp_size not in (None, device_mesh.mesh.shape[1]):
         raise ValueError(
-            f"init_sequence_parallel_mesh needs sp_size equal to the mesh's sp axis of {device_mesh.mesh.shape[1]}, "
-            f"got {sp_size}; leave sp_size out"
+            "init_sequence_parallel_mesh needs sp_size equal to the mesh's sp axis of "
+            f"{device_mesh.mesh.shape[1]}, got {sp_size}; leave sp_size out"
         )
     return device_mesh.mesh.cpu().sort(dim=1).values
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _with_groups(grid: torch.Tensor, ring_size: int) -> SequenceParallelMesh:

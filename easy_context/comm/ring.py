@@ -1,7 +1,7 @@
 """Point-to-point rotation along a ring of ranks.
 
-Every rank sends to the next and receives from the previous one, in one batch that is posted before the computation
-that hides it. Nothing here knows what the tensors mean.
+Every rank sends to the next and receives from the previous one, in one batch that is posted before the
+computation that hides it. Nothing here knows what the tensors mean.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Data parallelism as a strategy: every rank holds whole sequences, different ones, and computes them alone."""
+"""Data parallelism as a strategy: every rank holds whole sequences of its own and computes them alone."""
 
 from __future__ import annotations
 

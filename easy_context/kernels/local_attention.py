@@ -16,8 +16,8 @@ def local_attention(
 ) -> Tensor:
     """Return softmax attention of ``q`` over ``k`` and ``v`` under one block mask.
 
-    Shapes (B batch, S sequence, H heads, D head_dim): ``q`` (B, S, H, D), ``k`` and ``v`` (B, S, H_kv, D); the
-    result is shaped and typed like ``q``.
+    Shapes (B batch, S sequence, H heads, D head_dim): ``q`` (B, S, H, D), ``k`` and ``v`` (B, S, H_kv, D);
+    the result is shaped and typed like ``q``.
     """
     return _LocalAttention.apply(q, k, v, softmax_scale, mask, kernel)
 

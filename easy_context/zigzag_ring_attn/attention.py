@@ -1,11 +1,12 @@
 """Ring attention over a zigzag layout, forward and backward.
 
-Keys and values travel around the ring while queries stay. Rank ``r`` of ``n`` holds chunks ``r`` and ``2n - 1 - r``
-of ``2n``, so that in each step it computes either all its queries against the earlier chunk of a visitor, or its
+Keys and values travel around the ring while queries stay. Rank ``r`` of ``n`` holds chunks ``r`` and ``2n - 1
+- r`` of ``2n``, so that in each step it computes either all its queries against the earlier chunk of a
+visitor, or its
 later queries against both chunks of the visitor: the same amount of work on every rank.
 
-This file knows which blocks meet in which step, and nothing of Hugging Face, of process groups or of how a kernel
-works. Letters: B batch, S local sequence, H query heads, H_kv key/value heads, D head_dim.
+This file knows which blocks meet in which step, and nothing of Hugging Face, of process groups or of how a
+kernel works. Letters: B batch, S local sequence, H query heads, H_kv key/value heads, D head_dim.
 
 Source: Ring Attention, https://arxiv.org/abs/2310.01889; the zigzag balance,
 https://github.com/zhuzilin/ring-flash-attention/issues/2.
@@ -68,11 +69,12 @@ def zigzag_ring_attention(
         ring: the ranks that share the sequence.
         kernel: computes one block.
 
-    Returns: (B, S, H, D), typed like ``q``. Partial results are merged in float32 (float64 for float64 inputs).
+    Returns: (B, S, H, D), typed like ``q``. Partial results are merged in float32 (float64 for float64
+    inputs).
 
-    Communication per rank, with K the bytes of local ``k`` and ``v`` together and ``n`` ranks: ``(n - 1) * K`` sent
-    in the forward pass; in the backward pass ``(n - 1) * K``, and their gradients in accumulation precision
-    ``n * K * itemsize(accumulator) / itemsize(k)``.
+    Communication per rank, with K the bytes of local ``k`` and ``v`` together and ``n`` ranks: ``(n - 1) *
+    K`` sent in the forward pass; in the backward pass ``(n - 1) * K``, and their gradients in accumulation
+    precision ``n * K * itemsize(accumulator) / itemsize(k)``.
     """
     return _ZigzagRingAttention.apply(q, k, v, softmax_scale, mask, ring, kernel)
 

@@ -6,10 +6,10 @@ from easy_context.patch import SeqParallelPatch, apply_seq_parallel_monkey_patch
 
 
 def apply_zigzag_ring_attn_monkey_patch_llama() -> SeqParallelPatch:
-    """Patch all Llama models; the same as ``apply_seq_parallel_monkey_patch("zigzag_ring_attn", "llama")``."""
+    """Patch all Llama models: ``apply_seq_parallel_monkey_patch("zigzag_ring_attn", "llama")``."""
     return apply_seq_parallel_monkey_patch("zigzag_ring_attn", "llama")
 
 
 def apply_zigzag_ring_attn_monkey_patch_mistral() -> SeqParallelPatch:
-    """Patch all Mistral models; the same as ``apply_seq_parallel_monkey_patch("zigzag_ring_attn", "mistral")``."""
+    """Patch all Mistral models: ``apply_seq_parallel_monkey_patch("zigzag_ring_attn", "mistral")``."""
     return apply_seq_parallel_monkey_patch("zigzag_ring_attn", "mistral")
