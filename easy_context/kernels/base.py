@@ -20,8 +20,8 @@ class AttentionPart(NamedTuple):
 
     Attributes:
         out: (B, Sq, H, D), normalized over the keys of this block; 0 for a query that sees none.
-        lse: (B, H, Sq) float32, contiguous: natural log of the sum of ``exp(softmax_scale * q @ k)`` over the
-            keys of this block; ``-inf`` for a query that sees none.
+        lse: (B, H, Sq) float32 (float64 for float64 inputs), contiguous: natural log of the sum of
+            ``exp(softmax_scale * q @ k)`` over the keys of this block; ``-inf`` for a query that sees none.
     """
 
     out: Tensor
@@ -47,8 +47,9 @@ class Kernel(Protocol):
     name: str
     mask_kinds: frozenset[str]  # the kinds of BlockMask that it computes itself
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: BlockMask) ->
-    AttentionPart:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: BlockMask
+    ) -> AttentionPart:
         """Return the attention of ``q`` over this block of keys."""
         ...
 

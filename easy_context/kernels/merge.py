@@ -20,9 +20,9 @@ def merge_partials(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tenso
 
     Args:
         out: (B, S, H, D) float32 or float64, normalized over the keys seen so far.
-        lse: (B, H, S) float32, natural log of the sum of ``exp(softmax_scale * q @ k)`` over these keys.
+        lse: (B, H, S), likewise, natural log of the sum of ``exp(softmax_scale * q @ k)`` over these keys.
         block_out: (B, S, H, D) of any floating dtype, normalized over the keys of the block.
-        block_lse: (B, H, S) float32, of the block.
+        block_lse: (B, H, S), of the block.
     Returns: ``out`` and ``lse`` over the union of both key sets, typed like the first two, newly allocated.
     Source: online softmax, https://arxiv.org/abs/1805.02867, in the sigmoid form of
         https://github.com/zhuzilin/ring-flash-attention/pull/34.

@@ -43,7 +43,8 @@ class ReferenceKernel:
         ):  # autocast would run the products in half precision
             keys, values = _by_kv_head(k), _by_kv_head(v)
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
+            batch_size, num_queries, num_heads, _ = q.shape
+            lse = keys.new_empty(batch_size, num_heads, num_queries)
             for start, stop, visible in _tiles(mask, q, k):
                 scores = _scores(_grouped(q[:, start:stop], keys), keys, softmax_scale, visible)
                 tile_lse = scores.logsumexp(dim=-1)  # (B, H_kv, G * T)

@@ -40,8 +40,8 @@ class CpuFlashKernel:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(_heads_first(t) for t in (q, k, v)), 0.0, mask.kind == "causal", scale=softmax_scale
         )
-        # The operator's lse is laid out (B, Sq, H), and float64 for float64.
-        return AttentionPart(out.transpose(1, 2), lse.float().contiguous())
+        # The operator's lse is laid out (B, Sq, H).
+        return AttentionPart(out.transpose(1, 2), lse.contiguous())
 
     def backward(
         self,
@@ -58,7 +58,7 @@ class CpuFlashKernel:
         """Return this block's share of the gradients, from ``out`` and ``lse`` over all keys."""
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(_heads_first(t) for t in (dout, q, k, v, out)),
-            lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32),
+            lse,
             0.0,
             mask.kind == "causal",
             scale=softmax_scale,
