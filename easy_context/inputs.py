@@ -171,8 +171,7 @@ def prepare_dataloader(
         num_parts, part = mesh.dp_size, mesh.dp_rank
     else:
         num_parts, part = accelerator.num_processes, accelerator.process_index
-    if accelerator.num_processes > 1:
-        _align_shuffling(dataloader)
+    _align_shuffling(dataloader)
     if num_parts == 1:
         return dataloader
     return prepare_data_loader(
@@ -208,7 +207,7 @@ def check_same_batch(input_ids: Tensor, mesh: SequenceParallelMesh | None = None
 
 
 def _align_shuffling(dataloader: DataLoader) -> None:
-    """Give a shuffling sampler a generator with the same seed on every rank."""
+    """Give a shuffling sampler a generator with rank 0's seed, so that the order is one at any world size."""
     sampler = dataloader.sampler
     if isinstance(sampler, RandomSampler):
         seed = torch.tensor([torch.initial_seed() % 2**62])
