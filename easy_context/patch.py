@@ -282,15 +282,30 @@ class _Dispatcher:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
+        @functools.partial(torch.compiler.disable, recursive=False)  # this frame only: the model is compiled
         def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-            patch = self.patch_of(model)
-            if patch is None:
+            started = self._start(model, signature, args, kwargs)
+            if started is None:
                 return original(model, *args, **kwargs)
-            call = _Call(model, signature, args, kwargs)
-            with self._running_pass(_begin_forward_pass(patch, call)):
+            call, forward_pass = started
+            with self._running_pass(forward_pass):
                 return original(model, *call.args, **call.kwargs)
 
         self._wrap(cls, "forward", forward)
+
+    @torch.compiler.disable
+    def _start(
+        self,
+        model: PreTrainedModel,
+        signature: inspect.Signature,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[_Call, _ForwardPass | None] | None:
+        patch = self.patch_of(model)
+        if patch is None:
+            return None
+        call = _Call(model, signature, args, kwargs)
+        return call, _begin_forward_pass(patch, call)
 
     def _wrap_generate(self, cls: Any) -> None:
         original = cls.generate
@@ -320,6 +335,7 @@ class _Dispatcher:
         signature = inspect.signature(stock)
 
         @functools.wraps(stock)
+        @torch.compiler.disable
         def create_mask(*args: Any, **kwargs: Any) -> Any:
             forward_pass = getattr(self._running, "forward_pass", None)
             if forward_pass is None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from ranks import run_ranks
 from spies import LargestTensor, spy_on_point_to_point
 from tiny_models import (
@@ -32,6 +33,7 @@ from easy_context import (
     prepare_seq_parallel_inputs,
     sequence_parallel_cross_entropy,
     sequence_parallel_linear_cross_entropy,
+    unshard_sequence,
 )
 
 STRATEGIES = available_strategies()
@@ -272,6 +274,37 @@ def test_memory_grows_with_the_length_only(strategy):
         ).last_hidden_state
         sequence_parallel_linear_cross_entropy(hidden, model.lm_head, local["local_target_ids"]).backward()
     assert largest.numel < seq_len * vocab / 4, largest.operation
+
+
+def gathered_logits(strategy: str, compiled: bool) -> tuple[float, float]:
+    """Errors of the gathered logits, and of this rank's own loss against the same tokens in the whole."""
+    input_ids, position_ids, target_ids = tiny_batch()
+    model = tiny_model().eval()
+    with torch.no_grad():
+        expected = model(input_ids, position_ids=position_ids, use_cache=False).logits
+        token_losses = F.cross_entropy(expected.flatten(0, 1), target_ids.flatten(), reduction="none").view(
+            BATCH, -1
+        )
+        rank, size = dist.get_rank(), dist.get_world_size()
+        local = prepare_seq_parallel_inputs(strategy, input_ids, position_ids, target_ids, rank, size, "cpu")
+        held = prepare_seq_parallel_inputs(strategy, position_ids, position_ids, None, rank, size, "cpu")
+        with apply_seq_parallel_monkey_patch(strategy, model):
+            called = torch.compile(model, backend="eager") if compiled else model
+            logits = called(local["local_input_ids"], position_ids=local["local_position_ids"]).logits
+        shards = [torch.empty_like(logits) for _ in range(size)]
+        dist.all_gather(shards, logits)
+        whole = unshard_sequence(strategy, torch.cat(shards, dim=1), size)
+        own = F.cross_entropy(logits.flatten(0, 1), local["local_target_ids"].flatten(), reduction="sum")
+        restricted = token_losses.gather(1, held["local_input_ids"]).sum()
+    return relative_error(whole, expected), relative_error(own, restricted)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["as_is", "compiled"])
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gathered_logits_and_every_shard_of_the_loss_are_those_of_the_whole(strategy, num_ranks, compiled):
+    for logits_error, loss_error in run_ranks(gathered_logits, num_ranks, strategy, compiled):
+        assert logits_error < 1e-5 and loss_error < 1e-5
 
 
 def two_strategies_and_two_models_at_once() -> list[float]:
