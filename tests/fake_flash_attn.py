@@ -1,9 +1,9 @@
-"""Stand-ins for the flash-attn packages: their published signatures, attention computed in plain torch on the CPU.
+"""Stand-ins for the flash-attn packages: their published signatures, attention in plain torch on the CPU.
 
-A stand-in is built from ``data/flash_attn_signatures.json``, so it takes exactly the parameters of that release, gives its
-results in that release's order, and, like the real kernels, refuses what they refuse: full precision, a head_dim that is not
-a multiple of 8, a last dim that is not contiguous. What a call passes for windows, dropout and other features must switch them
-off.
+A stand-in is built from ``data/flash_attn_signatures.json``, so it takes exactly the parameters of that
+release, gives its results in that release's order, and refuses what the real kernels refuse: full precision,
+a head_dim that is not a multiple of 8, a last dim that is not contiguous. What a call passes for windows,
+dropout and other features must switch them off.
 """
 
 from __future__ import annotations
@@ -24,10 +24,29 @@ from torch import Tensor
 
 SIGNATURES = json.loads((Path(__file__).parent / "data" / "flash_attn_signatures.json").read_text())
 
+_MODULES = (
+    *("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.cute", "flash_attn.cute.interface"),
+    "flash_attn_interface",
+)
 # What may be passed for features that this library does not use.
 _SWITCHED_OFF = (None, 0, 0.0, -1, (-1, -1), False)
 _USED = {"q", "k", "v", "out", "dout", "lse", "softmax_lse", "dq", "dk", "dv"}
 _USED |= {"softmax_scale", "causal", "is_causal", "deterministic", "return_lse"}
+
+
+def uninstall_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide every generation of flash-attn, also one that is really installed."""
+    for name in _MODULES:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+def install_broken_flash_attn(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str) -> None:
+    """Make ``flash_attn`` a real module in ``folder`` whose import runs ``source``."""
+    for name in _MODULES:
+        if name.startswith("flash_attn.") or name == "flash_attn":
+            monkeypatch.delitem(sys.modules, name, raising=False)
+    (folder / "flash_attn.py").write_text(source)
+    monkeypatch.syspath_prepend(folder)
 
 
 def install_flash_attn_2(monkeypatch: pytest.MonkeyPatch, version: str) -> ModuleType:
@@ -38,7 +57,7 @@ def install_flash_attn_2(monkeypatch: pytest.MonkeyPatch, version: str) -> Modul
 
 
 def install_flash_attn_3(monkeypatch: pytest.MonkeyPatch, label: str) -> ModuleType:
-    """Make ``flash_attn_interface`` importable, as the hopper folder with that label in the signatures has it."""
+    """Make ``flash_attn_interface`` importable, as the release with that label has it."""
     return _interface(monkeypatch, "flash_attn_interface", label)
 
 
@@ -48,7 +67,7 @@ def install_flash_attn_4(monkeypatch: pytest.MonkeyPatch, folder: Path, label: s
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.4\nName: flash-attn-4\nVersion: 4.0.0b36\n")
     monkeypatch.syspath_prepend(folder)
-    if "flash_attn" not in sys.modules:
+    if sys.modules.get("flash_attn") is None:
         _module(monkeypatch, "flash_attn", is_package=True)
     _module(monkeypatch, "flash_attn.cute", is_package=True)
     return _interface(monkeypatch, "flash_attn.cute.interface", label)
@@ -109,7 +128,9 @@ def _check(name: str, value: Any) -> None:
         if value.dtype not in (torch.float16, torch.bfloat16):
             raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
         if value.shape[-1] % 8 or value.stride(-1) != 1:
-            raise RuntimeError(f"{name}: shape {tuple(value.shape)} or strides {value.stride()} not supported")
+            raise RuntimeError(
+                f"{name}: shape {tuple(value.shape)} or strides {value.stride()} not supported"
+            )
     elif name in ("lse", "softmax_lse"):
         if value.dtype != torch.float32 or not value.is_contiguous():
             raise RuntimeError(f"{name} must be contiguous float32")

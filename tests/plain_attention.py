@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def plain_scores(q: Tensor, k: Tensor, softmax_scale: float, visible: Tensor | None) -> Tensor:
-    """Return ``softmax_scale * q @ k^T``, (B, H, Sq, Sk), ``-inf`` where ``visible`` (1 or B, Sq, Sk) is false."""
+    """Return ``softmax_scale * q @ k^T``, (B, H, Sq, Sk); ``visible`` is (1 or B, Sq, Sk) bool."""
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * softmax_scale
     return scores if visible is None else scores.masked_fill(~visible[:, None], float("-inf"))

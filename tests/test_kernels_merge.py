@@ -76,7 +76,9 @@ def test_half_blocks_are_accumulated_in_float32(block_dtype):
 
 def test_float64_stays_exact():
     q, k, v = (torch.randn(1, 6, 2, 8, dtype=torch.float64) for _ in range(3))
-    parts = [plain_attention(q, k[:, keys], v[:, keys], softmax_scale=1.0) for keys in (slice(2), slice(2, 6))]
+    parts = [
+        plain_attention(q, k[:, keys], v[:, keys], softmax_scale=1.0) for keys in (slice(2), slice(2, 6))
+    ]
     merged = merge_partials(*parts[0], *parts[1])
     out, lse = plain_attention(q, k, v, softmax_scale=1.0)
     torch.testing.assert_close(merged.out, out, rtol=1e-13, atol=1e-13)

@@ -28,7 +28,7 @@ def inputs(
 
 
 def interval(q_index: Tensor, k_index: Tensor, *, window: int | None = None, documents: Tensor | None = None):
-    """The mask of a block under a window and packed documents, and the same as an explicit (1 or B, Sq, Sk) bool."""
+    """The mask of a block under a window and documents, and the same as an explicit (1 or B, Sq, Sk) bool."""
     first = first_visible_index(q_index, window=window, documents=documents)
     mask = block_mask(q_index, k_index, first)
     seen = k_index <= q_index[None, :, None]
@@ -159,7 +159,10 @@ def test_nothing_of_queries_times_keys_is_ever_allocated(kernel, mask):
     """Neither as a result of an operation, nor inside one (the profiler sees the allocator)."""
     num_tokens = 8192
     dout, q, k, v = (t.float() for t in inputs(num_tokens, num_tokens, heads=(1, 1), batch=1))
-    with LargestTensor() as largest, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with (
+        LargestTensor() as largest,
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled,
+    ):
         part = kernel.forward(q, k, v, softmax_scale=SCALE, mask=mask)
         kernel.backward(dout, q, k, v, *part, softmax_scale=SCALE, mask=mask)
     allocations = [event.cpu_memory_usage for event in profiled.events() if event.name == "[memory]"]

@@ -108,14 +108,17 @@ def test_cpu_flash_gives_each_gradient_the_dtype_of_its_tensor(dtype):
         ("_flash_attention_forward", "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal"),
         (
             "_flash_attention_backward",
-            "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state "
-            "unused",
+            "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal "
+            "rng_state unused",
         ),
-        ("_scaled_dot_product_cudnn_attention", "query key value attn_bias compute_log_sumexp dropout_p is_causal"),
+        (
+            "_scaled_dot_product_cudnn_attention",
+            "query key value attn_bias compute_log_sumexp dropout_p is_causal",
+        ),
         (
             "_scaled_dot_product_cudnn_attention_backward",
-            "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q cum_seq_k max_q "
-            "max_k dropout_p is_causal",
+            "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q cum_seq_k "
+            "max_q max_k dropout_p is_causal",
         ),
     ],
 )
@@ -131,7 +134,9 @@ def test_cuda_operators_are_called_with_arguments_that_their_schema_accepts(kern
     """On CPU tensors the call gets as far as the dispatcher, which knows no such kernel for this device."""
     dout, q, k, v = (t.bfloat16() for t in inputs(8, 8))
     monkeypatch.setattr("easy_context.kernels.torch_native._cudnn_lse_dims", lambda device: 4)
-    with pytest.raises(NotImplementedError, match=r"Could not run 'aten::.*attention.*' .* the 'CPU' backend"):
+    with pytest.raises(
+        NotImplementedError, match=r"Could not run 'aten::.*attention.*' .* the 'CPU' backend"
+    ):
         kernel_class().forward(q, k, v, softmax_scale=SCALE, mask=CAUSAL)
     part = REFERENCE.forward(q, k, v, softmax_scale=SCALE, mask=CAUSAL)
     with pytest.raises(NotImplementedError, match=r"Could not run 'aten::.*backward' .* the 'CPU' backend"):

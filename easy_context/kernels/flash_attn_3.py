@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
 import torch
 from torch import Tensor
 
 from easy_context.kernels.half_precision import BackwardInputs, HalfPrecisionKernel
-from easy_context.kernels.packages import PackageFunction, import_package, installed_version
+from easy_context.kernels.packages import PackageFunction, import_package
 
 _INSTALL = (
     "build it from the folder hopper of https://github.com/Dao-AILab/flash-attention: pip install ./hopper"
@@ -51,7 +53,12 @@ class FlashAttn3Kernel(HalfPrecisionKernel):
 
     def __init__(self):
         interface = import_package("flash_attn_interface", kernel=self.name, install=_INSTALL)
-        version = installed_version("flash-attn-3") or "unknown"
+        try:
+            version = importlib.metadata.version("flash-attn-3")
+        except (
+            importlib.metadata.PackageNotFoundError
+        ):  # the module may lie on the path without a distribution
+            version = "unknown"
         who = f"{self.name} needs flash-attn 3 (3.0.0b1 or newer), got version {version}"
         common = ("q", "k", "v", "softmax_scale")
         self._forward = PackageFunction(

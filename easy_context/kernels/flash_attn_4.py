@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,6 @@ from easy_context.kernels.packages import (
     KernelNotInstalled,
     PackageFunction,
     import_package,
-    installed_version,
 )
 
 _INSTALL = "install it with: pip install --pre flash-attn-4"
@@ -32,11 +33,12 @@ class FlashAttn4Kernel(HalfPrecisionKernel):
 
     def __init__(self):
         # flash-attn 2.8 ships an early flash_attn.cute of its own, so that the module alone proves nothing.
-        version = installed_version("flash-attn-4")
-        if version is None:
+        try:
+            version = importlib.metadata.version("flash-attn-4")
+        except importlib.metadata.PackageNotFoundError as error:
             raise KernelNotInstalled(
-                f"{self.name} needs the package flash-attn-4, which is not installed; {_INSTALL}"
-            )
+                f"{self.name} needs flash-attn-4, which is not installed ({error}); {_INSTALL}"
+            ) from error
         interface = import_package("flash_attn.cute.interface", kernel=self.name, install=_INSTALL)
         who = f"{self.name} needs flash-attn-4 (4.0.0b36 is tested), got version {version}"
         common = ("q", "k", "v", "softmax_scale", "causal")

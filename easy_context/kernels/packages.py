@@ -6,7 +6,6 @@ Nothing is imported here until a kernel asks. Knows imports and signatures; know
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -43,14 +42,6 @@ def import_package(module: str, *, kernel: str, install: str) -> ModuleType:
             f"{kernel} needs {module}, which is installed but broken ({type(error).__name__}: {error}); "
             f"reinstall it for this torch, or remove it: {install}"
         ) from error
-
-
-def installed_version(distribution: str) -> str | None:
-    """Return the version of an installed distribution, or None if there is none of that name."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 class PackageFunction:

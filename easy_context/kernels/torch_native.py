@@ -56,8 +56,8 @@ class CpuFlashKernel:
         mask: BlockMask,
     ) -> AttentionGradients:
         """Return this block's share of the gradients, from ``out`` and ``lse`` over all keys."""
-        # In half precision the operator adds the shares of query blocks and of grouped heads up in half precision:
-        # dk and dv then err up to six times as much as plain torch. lse is never half.
+        # In half precision the operator adds up the shares of query blocks and of grouped heads in half
+        # precision: dk and dv then err up to six times as much as plain torch. lse is never half.
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(_heads_first(t.to(lse.dtype)) for t in (dout, q, k, v, out)),
             lse,

@@ -1,15 +1,18 @@
-"""Write ``flash_attn_signatures.json`` from the source of published flash-attn packages, without importing them.
+"""Write ``flash_attn_signatures.json`` from the source of published flash-attn packages.
 
-Get the packages, unpack each (``flash-attn`` is a source archive, ``flash-attn-4`` a wheel), and name the interfaces:
+Nothing of theirs is imported. Get the packages, unpack each (``flash-attn`` is a source archive,
+``flash-attn-4`` a wheel), and name the interfaces:
 
-    FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE pip download --no-deps --no-binary :all: --no-build-isolation flash-attn==2.6.3
+    export FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE
+    pip download --no-deps --no-binary :all: --no-build-isolation flash-attn==2.6.3
     pip download --no-deps flash-attn-4==4.0.0b36
     python tests/data/parse_flash_attn_signatures.py \
         "flash-attn 2.6.3=flash_attn-2.6.3/flash_attn/flash_attn_interface.py" \
         "flash-attn-4 4.0.0b36=flash_attn/cute/interface.py" > tests/data/flash_attn_signatures.json
 
-For each function: its parameters in order, each with the source of its default or null, and what its last ``return`` gives.
-flash-attn 3 is the folder ``hopper`` of a flash-attn release, or of the repository at a commit.
+For each function: its parameters in order, each with the source of its default or null, and what its last
+``return`` gives. flash-attn 3 is the folder ``hopper`` of a flash-attn release, or of the repository at a
+commit.
 """
 
 from __future__ import annotations
