@@ -38,9 +38,8 @@ class ReferenceKernel:
         self, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: BlockMask
     ) -> AttentionPart:
         """Return ``out = softmax(softmax_scale * q @ k^T) @ v`` over the visible keys, and its lse."""
-        with torch.autocast(
-            q.device.type, enabled=False
-        ):  # autocast would run the products in half precision
+        # Under autocast the products would run in half precision.
+        with torch.autocast(q.device.type, enabled=False):
             keys, values = _by_kv_head(k), _by_kv_head(v)
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
             batch_size, num_queries, num_heads, _ = q.shape
@@ -67,8 +66,8 @@ class ReferenceKernel:
     ) -> AttentionGradients:
         """Return this block's share of the gradients, from ``out`` and ``lse`` over all keys.
 
-        ``p = exp(softmax_scale * q @ k^T - lse)``, ``ds = softmax_scale * p * (dout @ v^T - sum(dout *
-        out))``; ``dq = ds @ k``, ``dk = ds^T @ q``, ``dv = p^T @ dout``.
+        ``p = exp(softmax_scale * q @ k^T - lse)``, ``ds = softmax_scale * p * (dout @ v^T - sum(dout * out))``,
+        ``dq = ds @ k``, ``dk = ds^T @ q``, ``dv = p^T @ dout``.
 
         Source: https://arxiv.org/abs/2205.14135, appendix B.2.
         """
