@@ -66,7 +66,8 @@ class ReferenceKernel:
     ) -> AttentionGradients:
         """Return this block's share of the gradients, from ``out`` and ``lse`` over all keys.
 
-        ``p = exp(softmax_scale * q @ k^T - lse)``, ``ds = softmax_scale * p * (dout @ v^T - sum(dout * out))``,
+        ``p = exp(softmax_scale * q @ k^T - lse)``,
+        ``ds = softmax_scale * p * (dout @ v^T - sum(dout * out))``,
         ``dq = ds @ k``, ``dk = ds^T @ q``, ``dv = p^T @ dout``.
 
         Source: https://arxiv.org/abs/2205.14135, appendix B.2.
