@@ -132,6 +132,13 @@ class SequenceMask:
         """Whether every query sees all tokens before it."""
         return self.documents is None and (self.window is None or self.window >= self.seq_len)
 
+    def whole(self) -> BlockMask:
+        """Return the mask of the whole sequence over itself."""
+        if self.is_plain_causal:
+            return CAUSAL
+        index = torch.arange(self.seq_len)
+        return self.block(index, index)
+
     def block(self, q_index: Tensor, k_index: Tensor) -> BlockMask:
         """Return the mask between queries and keys at these global indices (int64, ascending, CPU)."""
         documents = None if self.documents is None else self.documents[:, q_index]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from easy_context import data_parallel, zigzag_ring_attn
+from easy_context import data_parallel, ulysses_attn, usp_attn, zigzag_ring_attn
 from easy_context.registry import available_strategies, get_strategy, register_strategy
 
 __all__ = ["available_strategies", "get_strategy", "register_strategy"]
 
-for _backend in (zigzag_ring_attn, data_parallel):
+for _backend in (zigzag_ring_attn, ulysses_attn, usp_attn, data_parallel):
     register_strategy(_backend.STRATEGY)

@@ -15,15 +15,15 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass
 class Traffic:
-    """Point-to-point traffic of this rank, batch by batch."""
+    """What this rank sent, and its point-to-point sends one by one: peer, shape, dtype."""
 
     bytes_sent: int = 0
     sends: list[tuple[int, tuple[int, ...], torch.dtype]] = field(default_factory=list)
 
 
 @contextmanager
-def spy_on_point_to_point() -> Iterator[Traffic]:
-    """Count what ``batch_isend_irecv`` sends."""
+def spy_on_traffic() -> Iterator[Traffic]:
+    """Count what ``batch_isend_irecv`` and ``all_to_all_single`` send to other ranks."""
     traffic, original = Traffic(), dist.batch_isend_irecv
 
     def counting(operations: list[dist.P2POp]) -> list[dist.Work]:
@@ -35,10 +35,19 @@ def spy_on_point_to_point() -> Iterator[Traffic]:
         return original(operations)
 
     dist.batch_isend_irecv = counting
+    original_all_to_all = dist.all_to_all_single
+
+    def counting_all_to_all(output: torch.Tensor, input: torch.Tensor, *args: Any, group: Any = None) -> Any:
+        input_counts = args[1] if len(args) > 1 else [1] * dist.get_world_size(group)
+        share = 1 - input_counts[dist.get_rank(group)] / sum(input_counts)
+        traffic.bytes_sent += round(input.numel() * input.element_size() * share)
+        return original_all_to_all(output, input, *args, group=group)
+
+    dist.all_to_all_single = counting_all_to_all
     try:
         yield traffic
     finally:
-        dist.batch_isend_irecv = original
+        dist.batch_isend_irecv, dist.all_to_all_single = original, original_all_to_all
 
 
 class LargestTensor(TorchDispatchMode):

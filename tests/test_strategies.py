@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
-from spies import LargestTensor, spy_on_point_to_point
+from spies import LargestTensor, spy_on_traffic
 from tiny_models import (
     BATCH,
     SEQ_LEN,
@@ -55,6 +55,7 @@ class Case:
     patch_family: bool = False
     poison: bool = False  # fill fresh buffers with NaN
     sabotage: str | None = None
+    ring_degree: int | None = None
 
 
 @dataclass
@@ -71,6 +72,8 @@ class Report:
 
 def compare_with_full_attention(case: Case) -> Report:
     """Run the same step by the unpatched model on whole sequences and by the strategy on shards."""
+    if case.ring_degree is not None:
+        init_sequence_parallel_mesh(ring_degree=case.ring_degree)
     batch = _batch(case)
     model = tiny_model(case.family, dtype=case.dtype, **case.config)
     if case.trainable is not None:
@@ -86,7 +89,7 @@ def compare_with_full_attention(case: Case) -> Report:
         torch.utils.deterministic.fill_uninitialized_memory = True
     target = case.family if case.patch_family else model
     try:
-        with apply_seq_parallel_monkey_patch(case.strategy, target), spy_on_point_to_point() as traffic:
+        with apply_seq_parallel_monkey_patch(case.strategy, target), spy_on_traffic() as traffic:
             _checkpointing(model, case.checkpointing)
             with _sabotage(case.sabotage):
                 loss = sharded_loss(model, case.strategy, batch, fused=case.fused_loss)
@@ -169,7 +172,20 @@ class _sabotage:
         ring._PostedRotation.wait = self.original
 
 
+def servable(case: Case, num_ranks: int) -> Case:
+    """The case with the degrees and the number of heads that its strategy needs at this number of ranks."""
+    if case.strategy == "usp_attn":
+        return replace(case, ring_degree=case.ring_degree or {1: 1, 2: 1, 3: 3, 4: 2}[num_ranks])
+    if case.strategy == "ulysses_attn" and case.config.get("num_attention_heads", 8) % num_ranks:
+        kv_heads = min(6, case.config.get("num_key_value_heads", 2))
+        return replace(
+            case, config={**case.config, "num_attention_heads": 6, "num_key_value_heads": kv_heads}
+        )
+    return case
+
+
 def check(case: Case, num_ranks: int, tolerance: float = 1e-5) -> list[Report]:
+    case = servable(case, num_ranks)
     reports = run_ranks(compare_with_full_attention, num_ranks, case)
     for report in reports:
         assert report.world_size == num_ranks
@@ -247,7 +263,7 @@ def test_the_comparison_notices_a_broken_exchange(num_ranks, kind):
 def test_bf16_error_stays_within_twice_that_of_plain_torch_at_any_number_of_ranks(strategy):
     plain = _error_of_plain_bf16()
     for num_ranks in RANKS:
-        case = Case(strategy, dtype=torch.bfloat16)
+        case = servable(Case(strategy, dtype=torch.bfloat16), num_ranks)
         report = run_ranks(compare_with_full_attention, num_ranks, case)[0]
         assert report.largest_gradient_error <= 2 * plain, (num_ranks, report)
 
@@ -267,6 +283,7 @@ def test_memory_grows_with_the_length_only(strategy):
     seq_len, vocab = 8192, 4096
     model = tiny_model(vocab_size=vocab, num_attention_heads=2, num_key_value_heads=1)
     batch = tiny_batch(seq_len, 1, vocab=vocab)
+    init_sequence_parallel_mesh(ring_degree=1)
     with apply_seq_parallel_monkey_patch(strategy, model), LargestTensor() as largest:
         local = prepare_seq_parallel_inputs(strategy, *batch, 0, 1, "cpu")
         hidden = model.base_model(
@@ -276,10 +293,12 @@ def test_memory_grows_with_the_length_only(strategy):
     assert largest.numel < seq_len * vocab / 4, largest.operation
 
 
-def gathered_logits(strategy: str, compiled: bool) -> tuple[float, float]:
+def gathered_logits(case: Case, compiled: bool) -> tuple[float, float]:
     """Errors of the gathered logits, and of this rank's own loss against the same tokens in the whole."""
     input_ids, position_ids, target_ids = tiny_batch()
-    model = tiny_model().eval()
+    model, strategy = tiny_model(**case.config).eval(), case.strategy
+    if case.ring_degree is not None:
+        init_sequence_parallel_mesh(ring_degree=case.ring_degree)
     with torch.no_grad():
         expected = model(input_ids, position_ids=position_ids, use_cache=False).logits
         token_losses = F.cross_entropy(expected.flatten(0, 1), target_ids.flatten(), reduction="none").view(
@@ -293,7 +312,7 @@ def gathered_logits(strategy: str, compiled: bool) -> tuple[float, float]:
             logits = called(local["local_input_ids"], position_ids=local["local_position_ids"]).logits
         shards = [torch.empty_like(logits) for _ in range(size)]
         dist.all_gather(shards, logits)
-        whole = unshard_sequence(strategy, torch.cat(shards, dim=1), size)
+        whole = unshard_sequence(strategy, torch.cat(shards, dim=1), size, ring_degree=case.ring_degree)
         own = F.cross_entropy(logits.flatten(0, 1), local["local_target_ids"].flatten(), reduction="sum")
         restricted = token_losses.gather(1, held["local_input_ids"]).sum()
     return relative_error(whole, expected), relative_error(own, restricted)
@@ -303,7 +322,8 @@ def gathered_logits(strategy: str, compiled: bool) -> tuple[float, float]:
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gathered_logits_and_every_shard_of_the_loss_are_those_of_the_whole(strategy, num_ranks, compiled):
-    for logits_error, loss_error in run_ranks(gathered_logits, num_ranks, strategy, compiled):
+    case = servable(Case(strategy), num_ranks)
+    for logits_error, loss_error in run_ranks(gathered_logits, num_ranks, case, compiled):
         assert logits_error < 1e-5 and loss_error < 1e-5
 
 

@@ -24,11 +24,11 @@ def tiny_model(
     seed: int = 0,
     **changes: Any,
 ) -> PreTrainedModel:
-    """A 2-layer model of that family with 8 query heads; ``changes`` go to its configuration."""
+    """A 2-layer model of that family with 8 query heads of 8; ``changes`` go to its configuration."""
     config_class, model_class = _CLASSES[family]
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
-        "hidden_size": 64,
+        "hidden_size": 8 * changes.get("num_attention_heads", 8),
         "intermediate_size": 96,
         "num_hidden_layers": 2,
         "num_attention_heads": 8,

@@ -7,7 +7,7 @@ Three mesh axes: ``dp`` (different sequences), ``ring`` and ``ulysses`` (the sam
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ class SequenceParallelMesh:
     ring_group: dist.ProcessGroup | None = None
     ulysses_group: dist.ProcessGroup | None = None
     world_group: dist.ProcessGroup | None = None
+    is_implicit: bool = False  # the whole world, because nobody said otherwise
 
     @property
     def sp_rank(self) -> int:
@@ -55,7 +56,6 @@ class _DefaultMesh:
 
     def __init__(self) -> None:
         self.mesh: SequenceParallelMesh | None = None
-        self.chosen_by_user = False
 
 
 _default = _DefaultMesh()
@@ -78,7 +78,7 @@ def init_sequence_parallel_mesh(
     Raises: ``ValueError`` if the sizes do not divide each other or the mesh lacks an axis.
     """
     mesh = _build_mesh(sp_size, ring_degree, device_mesh)
-    _default.mesh, _default.chosen_by_user = mesh, True
+    _default.mesh = mesh
     return mesh
 
 
@@ -89,8 +89,8 @@ def default_mesh() -> SequenceParallelMesh:
     Raises: ``RuntimeError`` if the mesh belongs to a process group that has been destroyed.
     """
     world = dist.group.WORLD if dist.is_initialized() else None
-    if _default.mesh is None or (_default.mesh.world_group is not world and not _default.chosen_by_user):
-        _default.mesh = _build_mesh(None, None, None)
+    if _default.mesh is None or (_default.mesh.world_group is not world and _default.mesh.is_implicit):
+        _default.mesh = replace(_build_mesh(None, None, None), is_implicit=True)
     if _default.mesh.world_group is not world:
         raise RuntimeError(
             "the default mesh needs the process group that it was made with, which has been destroyed or "
@@ -101,12 +101,12 @@ def default_mesh() -> SequenceParallelMesh:
 
 def chosen_default_mesh() -> SequenceParallelMesh | None:
     """Return the mesh that ``init_sequence_parallel_mesh`` made last, or None if it was never called."""
-    return _default.mesh if _default.chosen_by_user else None
+    return None if _default.mesh is None or _default.mesh.is_implicit else _default.mesh
 
 
 def reset_default_mesh() -> None:
     """Forget the default mesh, as if ``init_sequence_parallel_mesh`` had never been called."""
-    _default.mesh, _default.chosen_by_user = None, False
+    _default.mesh = None
 
 
 def _build_mesh(

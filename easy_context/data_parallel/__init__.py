@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from easy_context.comm.mesh import SequenceParallelMesh
 from easy_context.kernels.base import Kernel
 from easy_context.kernels.local_attention import local_attention
 from easy_context.layouts import whole_positions
-from easy_context.masks import CAUSAL, SequenceMask
+from easy_context.masks import SequenceMask
 from easy_context.registry import HeadShape, Strategy
 
 
@@ -23,9 +22,7 @@ def _attention(
     mesh: SequenceParallelMesh,
     kernel: Kernel,
 ) -> Tensor:
-    index = torch.arange(mask.seq_len)
-    block = CAUSAL if mask.is_plain_causal else mask.block(index, index)
-    return local_attention(q, k, v, softmax_scale=softmax_scale, mask=block, kernel=kernel)
+    return local_attention(q, k, v, softmax_scale=softmax_scale, mask=mask.whole(), kernel=kernel)
 
 
 def _validate(heads: HeadShape, mesh: SequenceParallelMesh) -> None:
