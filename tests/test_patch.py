@@ -10,7 +10,7 @@ import torch.distributed as dist
 import transformers.models.llama.modeling_llama as modeling_llama
 import transformers.models.mistral.modeling_mistral as modeling_mistral
 from ranks import run_ranks
-from spies import spy_on_point_to_point
+from spies import spy_on_traffic
 from tiny_models import (
     SEQ_LEN,
     explicit_mask,
@@ -386,7 +386,7 @@ def refused_call(what: dict[str, Any]) -> tuple[str, int]:
     if what.get("attention_mask"):
         kwargs["attention_mask"] = torch.ones_like(ids)
         kwargs["attention_mask"][0, 0] = rank == 0
-    with apply_seq_parallel_monkey_patch("zigzag_ring_attn", "llama"), spy_on_point_to_point() as traffic:
+    with apply_seq_parallel_monkey_patch("zigzag_ring_attn", "llama"), spy_on_traffic() as traffic:
         try:
             if "generate" in what:
                 model.generate(

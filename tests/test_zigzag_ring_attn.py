@@ -8,7 +8,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
-from spies import spy_on_point_to_point
+from spies import spy_on_traffic
 from tiny_models import relative_error
 from torch import Tensor
 
@@ -144,11 +144,11 @@ def traffic_of_one_step(dtype: torch.dtype) -> tuple[int, int, list]:
     held = zigzag_positions(24, num_ranks=ring.size, rank=ring.rank)
     local = [tensor[:, held].requires_grad_() for tensor in tensors[:3]]
     kernel = select_kernel(device=torch.device("cpu"), dtype=dtype, head_dim=8)
-    with spy_on_point_to_point() as forward:
+    with spy_on_traffic() as forward:
         out = zigzag_ring_attention(
             *local, softmax_scale=0.3, mask=SequenceMask(24), ring=ring, kernel=kernel
         )
-    with spy_on_point_to_point() as backward:
+    with spy_on_traffic() as backward:
         out.backward(tensors[3][:, held])
     return forward.bytes_sent, backward.bytes_sent, forward.sends + backward.sends
 
