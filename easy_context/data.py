@@ -222,7 +222,7 @@ def _tokenize(texts: Any, tokenizer: Any) -> list[int]:
 
 
 def _stdlib_texts(split: str) -> list[str]:
-    """Source files of the running Python's library, in an order that mixes subjects and depends on names alone."""
+    """Source files of the running Python's library, mixed by an order that depends on names alone."""
     if split not in _STDLIB_BYTES:
         raise ValueError(f"the stdlib dataset has the splits {', '.join(_STDLIB_BYTES)}, got {split!r}")
     root = Path(sysconfig.get_paths()["stdlib"])

@@ -218,7 +218,8 @@ class Trainer:
         for update in range(self.settings.max_train_steps):
             started = time.perf_counter()
             drawn = [next(batches) for _ in range(self.settings.gradient_accumulate_every)]
-            check_same_batch(torch.cat([batch["input_ids"] for _, batch in drawn]).to(self.accelerator.device), self.mesh)
+            whole = torch.cat([batch["input_ids"] for _, batch in drawn])
+            check_same_batch(whole.to(self.accelerator.device), self.mesh)
             learning_rate = self._set_learning_rate(update)
             loss, grad_norm = self._update([batch for _, batch in drawn])
             if not math.isfinite(loss):
@@ -262,7 +263,7 @@ class Trainer:
         return float(totals[0] / totals[1])
 
     def _update(self, batches: list[dict[str, Tensor]]) -> tuple[float, float]:
-        """Make one optimizer step over micro-batches; return its loss over all ranks, and the gradient norm."""
+        """Make one optimizer step over micro-batches; return loss over all ranks and gradient norm."""
         shards = [self._shard(batch) for batch in batches]
         count = torch.stack([(shard["target_ids"] != IGNORE_INDEX).sum() for shard in shards]).sum()
         if dist.is_initialized():
@@ -284,8 +285,9 @@ class Trainer:
         return float(loss) / self.mesh.world_size, grad_norm
 
     def _clip(self) -> float:
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm or
-        math.inf) return float("nan") if norm is None else float(norm)
+        limit = self.settings.max_grad_norm or math.inf
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
+        return float("nan") if norm is None else float(norm)
 
     def _set_learning_rate(self, update: int) -> float:
         settings = self.settings
